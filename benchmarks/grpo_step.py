@@ -1,7 +1,8 @@
 """A whole GRPO step on the CPU: verl_like's trainer (Ray, FSDP2, vLLM) against TRL's GRPOTrainer
 with transformers' generate. They take turns, step by step, and each has two cores in its turn:
 verl_like two training processes and two engines of one thread, which take turns too; TRL one
-process of two threads, or two data-parallel ones of one thread.
+process of two threads, or two data-parallel ones of one thread. Both keep all activations for the
+backward pass. verl_like computes the prompt of a group once in a pass, which TRL cannot.
 
 The same random Llama of 4.5 million parameters in float32, 8 prompts of 32 tokens, 8 samples each,
 one AdamW update a step on all 64 samples, no KL. Lengths are forced and the reward knows nothing of
@@ -105,10 +106,12 @@ def overrides(folder: str, num_steps: int) -> list[str]:
         f"data.max_prompt_length={world.PROMPT_LENGTH}",
         f"data.max_response_length={world.LONGEST}",
         f"actor_rollout_ref.model.path={folder}/model",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",  # as TRL's side has it
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         "actor_rollout_ref.actor.optim.weight_decay=0.0",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={world.NUM_PROMPTS}",
         "actor_rollout_ref.actor.fsdp_config.strategy=ddp",  # data parallel, as TRL is
+        "actor_rollout_ref.actor.use_prefix_grouper=true",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
         f"actor_rollout_ref.rollout.n={world.SAMPLES_PER_PROMPT}",

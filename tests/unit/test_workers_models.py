@@ -37,6 +37,7 @@ from verl_like.workers.config.models import ModelConfig, PolicyModelConfig
 from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.models import linear_log_prob
 from verl_like.workers.models.attention import (
+    Queries,
     Sequences,
     choose_attention,
     packed_varlen,
@@ -447,6 +448,19 @@ def test_the_varlen_kernel_takes_grouped_heads_and_windows(groups):
     starts = torch.empty(3, dtype=torch.int32, device="meta")
     output = packed_varlen(query, key, value, Sequences([4, 6], starts, window=3))
     assert output.shape == (1, 10, 4, 64)
+    gradients = torch.autograd.grad(output.sum(), (query, key, value))
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
+
+
+def test_the_varlen_kernel_takes_fewer_queries_than_keys_where_sequences_share_tokens():
+    query, key, value = (
+        torch.empty(1, 4, size, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for size in (7, 10, 10)
+    )
+    starts = torch.empty(3, dtype=torch.int32, device="meta")
+    sequences = Sequences([4, 6], starts, shared=Queries([4, 3], starts))
+    output = packed_varlen(query, key, value, sequences)
+    assert output.shape == (1, 7, 4, 64)
     gradients = torch.autograd.grad(output.sum(), (query, key, value))
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 

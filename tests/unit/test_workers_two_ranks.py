@@ -123,6 +123,15 @@ def rows_with_drawn_routing() -> DataProto:
     return with_routing(rows, drawn_routing(rows, "mixtral"))
 
 
+def rows_of_two_prompts() -> DataProto:
+    """Six rows of two prompts, which have an odd number of tokens if each prompt counts once."""
+    prompts = [[7, 8, 9, 10], [7, 8, 9, 10], [11, 12], [7, 8, 9, 10], [11, 12], [11, 12]]
+    rows = make_batch(rows=6, seed=2)
+    rows.batch["prompts"] = jagged_from_lists(prompts, torch.int64)
+    assert int(Rows.of(rows).lengths_B.sum() - 2 * 4 - 2 * 2) % 2 == 1
+    return rows
+
+
 def scored_rows() -> DataProto:
     """Six scored conversations."""
     rows = make_batch(rows=6).select(batch_keys=["prompts", "responses", "response_mask"])
@@ -289,6 +298,20 @@ def train_on_rank(rank: int, port: int, folder: str) -> None:
     gradients, _ = gradients_of(worker, lambda: worker.update_actor(rows_with_drawn_routing()))
     own = {name: scored[name].values() for name in ("old_log_probs", "routed_experts")}
     save_file(own | gradients, out / f"experts_{rank}")
+    settings = {**REPLAYED, "micro": 6, "router_aux_loss_coef": 0.5, "use_prefix_grouper": True}
+    worker = ActorWorker(policy_config(experts, **settings, ulysses_sequence_parallel_size=2))
+    worker.init_model()
+    prompts_once = []
+    worker.engine.model.register_forward_pre_hook(
+        lambda _, packed: prompts_once.append(packed[0].input_ids.numel())
+    )
+    rows = rows_of_two_prompts()
+    scored = worker.compute_log_prob(rows).batch
+    rows = with_routing(rows, scored["routed_experts"])
+    gradients, _ = gradients_of(worker, lambda: worker.update_actor(rows))
+    own = {name: scored[name].values() for name in ("old_log_probs", "routed_experts")}
+    own["num_tokens"] = torch.tensor(prompts_once)
+    save_file(own | gradients, out / f"shared_prompts_{rank}")
     rows = rows_of_odd_length()
     for sharing, own_rows in ((1, [[0, 1], [2]][rank]), (2, [0, 1, 2])):
         worker = ActorWorker(
@@ -510,6 +533,25 @@ def test_ranks_that_need_different_numbers_of_micro_batches_run_as_many_and_comp
     )
     for half in halves:
         assert relative_error(half, gradients) < 2e-6
+
+
+def test_two_ranks_that_share_sequences_compute_each_prompt_once_and_the_same_as_one(two_ranks):
+    rows = rows_of_two_prompts()
+    settings = {**REPLAYED, "micro": 6, "router_aux_loss_coef": 0.5}
+    config = policy_config(str(two_ranks / "experts"), **settings)
+    group = local_group(ActorWorker, config)
+    scored = group.compute_log_prob(rows).get().batch
+    rows = with_routing(rows, scored["routed_experts"])
+    gradients, _ = gradients_of(group.workers[0], lambda: group.update_actor(rows).get())
+    num_computed = int(Rows.of(rows).lengths_B.sum()) - 2 * 4 - 2 * 2
+    for rank in (0, 1):
+        of_rank = load_file(two_ranks / f"shared_prompts_{rank}")
+        share = (num_computed + 1) // 2  # with one filler token
+        assert of_rank.pop("num_tokens").tolist() == [share, share]
+        assert torch.equal(of_rank.pop("routed_experts"), scored["routed_experts"].values())
+        log_probs = scored["old_log_probs"].values()
+        torch.testing.assert_close(of_rank.pop("old_log_probs"), log_probs, rtol=0, atol=1e-5)
+        assert relative_error(of_rank, gradients) < 1e-5
 
 
 def test_two_ranks_have_the_critic_gradient_of_one(two_ranks, one_rank):

@@ -264,7 +264,7 @@ class ActorWorker(ScoringWorker, TrainedWorker):
         still has the same log-probabilities. Raises ValueError for several steps without them, and
         for rows without the routing that `router_replay` demands.
         """
-        rows = Rows.of(data)
+        rows = self.rows_of(data)
         self.require_routing(rows)
 
         def check_steps(num_steps: int) -> None:

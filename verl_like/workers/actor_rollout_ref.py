@@ -34,6 +34,7 @@ class ActorRolloutRefWorker(ModelWorker):
         super().__init__(shares_device)
         self.config = config
         self.model_config = config.model
+        self.shares_prompts = config.actor.use_prefix_grouper
 
     def build_model(self, with_weights: bool) -> PackedModel:
         """Makes the model before it is sharded. With `replay_mode` its routers can replay."""

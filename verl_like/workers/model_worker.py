@@ -68,6 +68,8 @@ class ModelWorker(Extensible, Worker):
     """The seed of a new head, if the model's folder has none. None: the folder must have one."""
     total_training_steps: int | None = None
     """The number of training steps of the run, for a learning rate that depends on it."""
+    shares_prompts = False
+    """Whether rows of a pass with the same prompt compute it once."""
     engine: TrainingEngine
 
     def __init__(self, shares_device: bool = False) -> None:
@@ -128,6 +130,10 @@ class ModelWorker(Extensible, Worker):
             shares_device=self.shares_device,
         )
 
+    def rows_of(self, data: DataProto) -> Rows:
+        """Returns the rows of a batch, as this role computes them."""
+        return Rows.of(data, shares_prompts=self.shares_prompts)
+
     def infer(
         self,
         data: DataProto,
@@ -141,7 +147,7 @@ class ModelWorker(Extensible, Worker):
         `compute` maps a micro-batch of b rows to the values of the columns: one for each of the K
         response tokens, (K,), or padded (b, R). `phase` names the pass in metrics.
         """
-        rows = Rows.of(data)
+        rows = self.rows_of(data)
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
         values = forward(self.engine, rows, micro_batching, compute)
         tensors = dict(zip(columns, values, strict=True))

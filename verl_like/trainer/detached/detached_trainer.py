@@ -31,7 +31,6 @@ from verl_like.trainer.detached.side import (
     take_all,
 )
 from verl_like.trainer.detached.weight_turns import WeightTurns
-from verl_like.trainer.loop.balancing import RowWork
 from verl_like.trainer.loop.experience import Experience, Update
 from verl_like.trainer.loop.training_loop import TrainingLoop
 from verl_like.trainer.ppo import engine_check
@@ -39,6 +38,7 @@ from verl_like.trainer.ppo.choice_of_replay import hf_config_of_policy
 from verl_like.trainer.ppo.inputs import load_ptx_dataset
 from verl_like.trainer.ppo.learner import Learner
 from verl_like.trainer.ppo.metrics import batch_metrics
+from verl_like.trainer.ppo.row_work import work_of_rows
 from verl_like.trainer.ppo.workers import (
     build_resource_pools,
     build_role_worker_mapping,
@@ -170,7 +170,7 @@ class DetachedPPOTrainer(Side, TrainingLoop):
             if config.algorithm.rollout_correction.bypass_mode:
                 columns["old_log_probs"] = columns["rollout_log_probs"]
             with self.recorder.timer("update"):
-                work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
+                work = work_of_rows(batch, self.model_cost, config)
                 yield Experience(batch, work, {})
                 self.update.finish()
 

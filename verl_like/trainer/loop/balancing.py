@@ -13,6 +13,7 @@ from verl_like.protocol.samples import SAMPLE_COLUMN
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import BoundMethod
 from verl_like.workers.models.packing import Rows
+from verl_like.workers.models.shared_prompts import first_rows_of_prompts
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import rank_shares
 
@@ -32,14 +33,27 @@ class RowWork:
     """If true, ranks get about equal work. If false, they get the samples in their order."""
     sample_starts: np.ndarray
     """(number of samples + 1,) the first row of each sample and, as the last entry, B."""
+    prompts_S: np.ndarray | None = None
+    """The prompt of each sample as a number, if samples of a prompt should come to the same rank,
+    see `rank_shares`."""
 
     @classmethod
-    def of(cls, batch: DataProto, cost: ModelCost, *, balance: bool) -> "RowWork":
+    def of(
+        cls, batch: DataProto, cost: ModelCost, *, balance: bool, shares_prompts: bool = False
+    ) -> "RowWork":
+        """Returns the work of a batch of jagged columns.
+
+        With `shares_prompts` the samples of a prompt come to the same rank, where that is possible.
+        """
         rows = Rows.of(batch)
         lengths_B = rows.lengths_B
         flops_B = cost.forward(lengths_B, rows.num_scored_B)
         starts = rows.sample_starts
-        return cls(lengths_B.numpy(), flops_B.numpy(), balance, starts.numpy())
+        prompts_S = None
+        if shares_prompts:
+            first_rows_B = first_rows_of_prompts(rows["prompts"])
+            prompts_S = first_rows_B[starts[:-1]].numpy()
+        return cls(lengths_B.numpy(), flops_B.numpy(), balance, starts.numpy(), prompts_S)
 
     def submit(
         self,
@@ -83,7 +97,8 @@ class RowWork:
         is_one_step = self.num_samples <= num_of_step
         steps_are_even = num_of_step % num_ranks == 0
         steps_are_whole = self.num_samples % num_of_step == 0
-        is_even = steps_are_even and steps_are_whole
+        is_divided_by_sample = self.prompts_S is None
+        is_even = steps_are_even and steps_are_whole and is_divided_by_sample
         if not (reads_column or is_one_step or is_even):
             raise ValueError(
                 f"{method.group.role}.{method.spec.name} does not read the column mini_batch, "
@@ -128,7 +143,9 @@ class RowWork:
         work_S = None
         if self.balance and self.num_samples:
             work_S = np.add.reduceat(self.flops_B, first_rows)
-        samples_of_ranks = rank_shares(self.num_samples, num_of_step, num_ranks, work_S)
+        samples_of_ranks = rank_shares(
+            self.num_samples, num_of_step, num_ranks, work_S, self.prompts_S
+        )
         all_rows = np.arange(len(self.flops_B))
         rows_of_samples = np.split(all_rows, first_rows[1:])  # an array for each sample
         shares = []

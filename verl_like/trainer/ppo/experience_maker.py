@@ -29,6 +29,7 @@ from verl_like.trainer.config.schema import PPOConfig
 from verl_like.trainer.loop.balancing import RowWork
 from verl_like.trainer.loop.experience import Experience
 from verl_like.trainer.ppo import scoring
+from verl_like.trainer.ppo.row_work import work_of_rows
 from verl_like.trainer.ppo.scoring import PendingScores, RuleScorer
 from verl_like.workers.planning.flops import ModelCost
 
@@ -177,7 +178,7 @@ class ExperienceMaker(Extensible):
         if frees_memory and not config.trainer.max_staleness:
             self.groups[Role.Rollout].sleep()
 
-        work = RowWork.of(batch, self.model_cost, balance=config.trainer.balance_batch)
+        work = work_of_rows(batch, self.model_cost, config)
         pending: list[Any] = []
         if config.plan.needs_old_log_probs:
             actor = self.groups[Role.Actor]

@@ -43,6 +43,7 @@ from verl_like.workers.models.pretrained import (
     save_weights,
 )
 from verl_like.workers.models.sequence_exchange import SequenceExchange
+from verl_like.workers.models.shared_prompts import share_prompts
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import require_shares_of_heads
 from verl_like.workers.weights.file_layout import FileLayout, file_layout
@@ -285,6 +286,8 @@ class FsdpEngine(TrainingEngine):
 
     def pack(self, rows: Rows) -> PackedBatch:
         packed = pack(rows)
+        if rows.shares_prompts:
+            packed = share_prompts(packed, rows)
         if self.exchange is not None:
             packed = packed.shard(self.exchange)
         return packed.on(self.device)

@@ -31,8 +31,13 @@ from verl_like.workers.engine.mesh import num_trainers, own_ranks
 from verl_like.workers.engine.micro_batch import MicroBatch
 from verl_like.workers.engine.throughput import Stopwatch
 from verl_like.workers.models.packing import Rows, sums_between
+from verl_like.workers.models.shared_prompts import first_rows_of_prompts
 from verl_like.workers.pinned_memory import to_host
-from verl_like.workers.planning.partition import MicroBatching, pack_into_micro_batches
+from verl_like.workers.planning.partition import (
+    MicroBatching,
+    pack_into_micro_batches,
+    runs_of_prompts,
+)
 
 # Legend: B rows of this rank, R response length; of a micro-batch b rows, K response tokens, N
 # tokens.
@@ -413,17 +418,20 @@ def _micro_batches(
         # A sample of several rows may exceed the limit. It then has a micro-batch of its own.
         if len(lengths_S) < len(rows):
             lengths_S = lengths_S.clamp(max=max_tokens)
-        lengths = [lengths_S[chunk].tolist() for chunk in chunks]
+        runs_of_chunks = [_runs(rows, chunk, lengths_S, max_tokens) for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=max_tokens)
+        lengths = []
         own_counts = []
-        for of_chunk in lengths:
+        for runs in runs_of_chunks:
+            of_chunk = [int(lengths_S[run].sum()) for run in runs]
             num_packed = len(pack(of_chunk))
+            lengths.append(of_chunk)
             own_counts.append(max(1, num_packed))
         counts = _most_of_any_rank(own_counts, group)
         micro_batches = []
-        for chunk, of_chunk, count in zip(chunks, lengths, counts, strict=True):
+        for runs, of_chunk, count in zip(runs_of_chunks, lengths, counts, strict=True):
             packed = pack(of_chunk, at_least=count)
-            passes = [chunk[places] for places in packed]
+            passes = [torch.cat([runs[place] for place in places]) for places in packed]
             micro_batches.append(passes)
     else:
         micro_batches = [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
@@ -436,6 +444,20 @@ def _micro_batches(
         rows_of_passes = [_rows_of(samples, starts) for samples in passes]
         rows_of_chunks.append(rows_of_passes)
     return rows_of_chunks
+
+
+def _runs(rows: Rows, samples: Tensor, lengths_S: Tensor, max_tokens: int) -> list[Tensor]:
+    """Divides samples into those that must be in the same micro-batch.
+
+    These are single ones, or runs with the same prompt if rows share prompts. A run has at most
+    `max_tokens` tokens, of which those of the prompt count for each row.
+    """
+    if not rows.shares_prompts:
+        return list(samples.split(1))
+    first_rows_B = first_rows_of_prompts(rows["prompts"])
+    prompts = first_rows_B[rows.sample_starts[samples]].tolist()
+    runs = runs_of_prompts(prompts, lengths_S[samples].tolist(), max_tokens)
+    return [samples[torch.from_numpy(run)] for run in runs]
 
 
 def _rows_of(samples: Tensor, starts: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from verl_like.protocol import PAD_COLUMN, Metric
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.models.packing import Rows
+from verl_like.workers.models.shared_prompts import first_rows_of_prompts, num_shared_tokens
 
 _DENSE_BFLOAT16_PEAKS = {
     "B200": 2250e12,
@@ -29,7 +30,8 @@ class Stopwatch:
     `phase` names the pass in the metrics. Its cost is `passes` forward passes: 1 for inference and
     3 for each epoch of training, because a backward pass costs two. Padding does not count, nor do
     recomputed layers and the optimizer. The head counts for response tokens alone, and attention
-    within a sequence alone.
+    within a sequence alone. If rows share prompts, a prompt costs once, and its tokens are those of
+    all rows.
     """
 
     def __init__(self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int) -> None:
@@ -45,7 +47,12 @@ class Stopwatch:
         """Adds rows to what the pass computes: those it begins with, and those of a loss that is
         trained beside."""
         tokens_B = rows.lengths_B
-        flops_B = self.engine.cost.forward(tokens_B, rows.num_scored_B)
+        cost = self.engine.cost
+        flops_B = cost.forward(tokens_B, rows.num_scored_B)
+        if rows.shares_prompts:
+            first_rows_B = first_rows_of_prompts(rows["prompts"])
+            shared_B = num_shared_tokens(rows, first_rows_B)
+            flops_B -= cost.forward(shared_B, torch.zeros_like(shared_B))
         if PAD_COLUMN in rows:
             is_real_B = ~rows[PAD_COLUMN]
             tokens_B = tokens_B[is_real_B]

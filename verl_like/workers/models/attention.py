@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from verl_like.workers.models.sequence_exchange import SequenceExchange
 
 # Legend: N tokens of all packed sequences together, H query heads, G key/value heads, D head size,
-# L one sequence.
+# L one sequence, Q its queries; T tokens of all sequences, if some of them share tokens.
 
 
 def choose_attention(
@@ -87,12 +87,26 @@ def require_flash_attention(requested: str | None, key: str) -> None:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """The queries of sequences that share the beginnings of others, see `shared_prompts`.
+
+    Each sequence has queries for its last tokens alone, and keys for all of them.
+    """
+
+    lengths: list[int]
+    """The number of queries of each of the S sequences."""
+    cu_seqlens: Tensor
+    """(S + 1,) int32, the first query of each sequence; the last entry is N."""
+
+
+@dataclass(frozen=True)
 class Sequences:
-    """The sequences that N packed tokens are, and how their tokens attend to each other."""
+    """The sequences that packed tokens are, and how their tokens attend to each other."""
 
     lengths: list[int]
     cu_seqlens: Tensor
-    """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
+    """(S + 1,) int32, the start of each of the S sequences; the last entry is N, or T if they share
+    tokens."""
     scale: float | None = None
     """The factor of the attention logits; None means 1 / sqrt(D)."""
     window: int | None = None
@@ -101,6 +115,13 @@ class Sequences:
     """The bound of the attention logits."""
     sinks: Tensor | None = None
     """The sink of each query head, (H,), one more attention logit, which has no value."""
+    shared: Queries | None = None
+    """The queries, if sequences share tokens. Otherwise each token has its own query."""
+
+    @property
+    def queries(self) -> Queries:
+        """The queries of each sequence, the last of which belongs to its last token."""
+        return self.shared or Queries(self.lengths, self.cu_seqlens)
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -111,7 +132,7 @@ class Sequences:
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequences], Tensor]
 """A function of the query (1, H, N, D), key and value (1, G, N, D) and sequences, which returns the
-output (1, N, H, D)."""
+output (1, N, H, D). If sequences share tokens, key and value have T tokens."""
 
 
 _NOT_COMPUTED = "which packed attention does not compute"
@@ -142,6 +163,9 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         *,
         cu_seqlens: Tensor | None = None,
         sequence_lengths: Tensor | None = None,
+        key_places: Tensor | None = None,
+        query_lengths: Tensor | None = None,
+        cu_queries: Tensor | None = None,
         sequence_parallel: SequenceExchange | None = None,
         scaling: float | None = None,
         dropout: float = 0.0,
@@ -181,14 +205,32 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
             query, key, value = sequence_parallel.tokens_to_heads(query, key, value)
             if s_aux is not None:
                 s_aux = sequence_parallel.own_heads(s_aux)
+        queries = None
+        if key_places is not None and query_lengths is not None and cu_queries is not None:
+            queries = Queries(query_lengths.tolist(), cu_queries)
+            key = _at_places(key, key_places)
+            value = _at_places(value, key_places)
         lengths = sequence_lengths.tolist()
-        sequences = Sequences(lengths, cu_seqlens, scaling, sliding_window, softcap, s_aux)
+        if sum(lengths) != key.size(2):
+            raise ValueError(
+                f"{type(module).__name__} is not told which tokens sequences share, since the "
+                "layers of the model hand only some further arguments on to it; set "
+                "use_prefix_grouper=false."
+            )
+        sequences = Sequences(lengths, cu_seqlens, scaling, sliding_window, softcap, s_aux, queries)
         output = kernel(query, key, value, sequences)
         if sequence_parallel is not None:
             output = sequence_parallel.heads_to_tokens(output)
         return output[..., :value_size], None
 
     return attend
+
+
+def _at_places(packed: Tensor, places: Tensor) -> Tensor:
+    """Returns the heads of the tokens at some places, (1, G, T, D), of those of all tokens,
+    (1, G, N, D)."""
+    by_token = packed[0].transpose(0, 1)
+    return by_token.index_select(0, places).transpose(0, 1).unsqueeze(0)
 
 
 def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
@@ -200,31 +242,37 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences)
     is_by_hand = sequences.softcap is not None or sequences.sinks is not None
     outputs = []
     enable_gqa = query.size(1) != key.size(1)
-    shapes = []
-    for length, same in groupby(sequences.lengths):
+    query_shapes = []
+    key_shapes = []
+    both_lengths = zip(sequences.queries.lengths, sequences.lengths, strict=True)
+    for (num_queries, length), same in groupby(both_lengths):
         count = len(list(same))
-        shapes.append((count, length))
-    queries = _by_length(query, shapes)
-    keys = _by_length(key, shapes)
-    values = _by_length(value, shapes)
-    for (_count, length), q, k, v in zip(shapes, queries, keys, values, strict=True):
-        mask_LL = None
+        query_shapes.append((count, num_queries))
+        key_shapes.append((count, length))
+    queries = _by_length(query, query_shapes)
+    keys = _by_length(key, key_shapes)
+    values = _by_length(value, key_shapes)
+    for q, k, v in zip(queries, keys, values, strict=True):
+        num_queries = q.size(2)
+        length = k.size(2)
+        mask_QL = None
         has_window = window is not None and length > window
-        if has_window or is_by_hand:
+        if has_window or is_by_hand or num_queries < length:
             reach = window or length
             places_L = torch.arange(length, device=q.device)
-            distance_LL = places_L[:, None] - places_L
-            mask_LL = (distance_LL >= 0) & (distance_LL < reach)
+            places_Q = places_L[length - num_queries :]
+            distance_QL = places_Q[:, None] - places_L
+            mask_QL = (distance_QL >= 0) & (distance_QL < reach)
         if is_by_hand:
-            assert mask_LL is not None
-            output = _by_hand(q, k, v, mask_LL, sequences)
+            assert mask_QL is not None
+            output = _by_hand(q, k, v, mask_QL, sequences)
         else:
             output = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=mask_LL,
-                is_causal=mask_LL is None,
+                attn_mask=mask_QL,
+                is_causal=mask_QL is None,
                 scale=sequences.scale,
                 enable_gqa=enable_gqa,
             )
@@ -242,7 +290,7 @@ def _by_length(packed: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
     return [part.unflatten(1, shape).transpose(0, 1) for part, shape in pairs]
 
 
-def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, sequences: Sequences) -> Tensor:
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask_QL: Tensor, sequences: Sequences) -> Tensor:
     """Computes attention with bounded logits or with sinks, which torch's function does not know.
 
     Bounded logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118). A sink is one
@@ -254,17 +302,17 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask_LL: Tensor, sequences: Sequen
     scale = sequences.scale
     if scale is None:
         scale = q.size(-1) ** -0.5
-    logits_LL = q @ k.transpose(2, 3) * scale
+    logits_QL = q @ k.transpose(2, 3) * scale
     softcap = sequences.softcap
     if softcap is not None:
-        logits_LL = softcap * torch.tanh(logits_LL / softcap)
-    logits = logits_LL.masked_fill(~mask_LL, -torch.inf)
+        logits_QL = softcap * torch.tanh(logits_QL / softcap)
+    logits = logits_QL.masked_fill(~mask_QL, -torch.inf)
     if sequences.sinks is not None:
-        sinks_L1 = sequences.sinks[:, None, None].expand(*logits_LL.shape[:3], 1)
-        logits = torch.cat((logits, sinks_L1.to(logits.dtype)), dim=-1)
+        sinks_Q1 = sequences.sinks[:, None, None].expand(*logits_QL.shape[:3], 1)
+        logits = torch.cat((logits, sinks_Q1.to(logits.dtype)), dim=-1)
     weights = logits.softmax(-1, dtype=torch.float32)
-    weights_LL = weights[..., : len(mask_LL)]
-    return weights_LL.to(v.dtype) @ v
+    weights_QL = weights[..., : mask_QL.size(1)]
+    return weights_QL.to(v.dtype) @ v
 
 
 _VARLEN_GROUPED: dict[str, Any] = {}
@@ -279,16 +327,15 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, sequences: Sequence
         "choose_attention gives a model with bounded logits another kernel"
     )
     assert sequences.sinks is None, "settle_sinks gives a model with sinks another kernel"
-    starts = sequences.cu_seqlens
-    longest = max(sequences.lengths)
+    queries = sequences.queries
     output_NHD: Any = varlen_attn(
         _by_token(query).contiguous(),
         _by_token(key).contiguous(),
         _by_token(value).contiguous(),
-        starts,
-        starts,
-        longest,
-        longest,
+        queries.cu_seqlens,
+        sequences.cu_seqlens,
+        max(queries.lengths),
+        max(sequences.lengths),
         scale=sequences.scale,
         window_size=sequences.window_size,
         **_VARLEN_GROUPED,
@@ -306,16 +353,15 @@ def packed_flash(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences
     from flash_attn import flash_attn_varlen_func
 
     assert sequences.sinks is None, "settle_sinks gives a model with sinks another kernel"
-    starts = sequences.cu_seqlens
-    longest = max(sequences.lengths)
+    queries = sequences.queries
     output_NHD = flash_attn_varlen_func(
         _by_token(query),
         _by_token(key),
         _by_token(value),
-        starts,
-        starts,
-        longest,
-        longest,
+        queries.cu_seqlens,
+        sequences.cu_seqlens,
+        max(queries.lengths),
+        max(sequences.lengths),
         softmax_scale=sequences.scale,
         causal=True,
         window_size=sequences.window_size,

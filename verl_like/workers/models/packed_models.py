@@ -63,6 +63,11 @@ class PackedModel(nn.Module):
         if packed.routed_experts is not None or record is not None or load is not None:
             routing = Routing(packed.routed_experts, load)
             routing.counted = packed.counted
+        further: dict[str, Any] = routing.arguments if routing else {}
+        if packed.token_places is not None:
+            further["key_places"] = packed.token_places
+            further["query_lengths"] = torch.tensor(packed.query_lengths)
+            further["cu_queries"] = packed.cu_queries
         with self.saving:
             outputs: Any = self.hf.base_model(
                 input_ids=packed.input_ids,
@@ -72,7 +77,7 @@ class PackedModel(nn.Module):
                 # With a list compiled layers would be compiled again for each number of sequences.
                 sequence_lengths=torch.tensor(packed.sequence_lengths),
                 sequence_parallel=packed.exchange,
-                **(routing.arguments if routing else {}),
+                **further,
             )
         if routing:
             shape = routing.require_all(self.routers)

@@ -26,7 +26,7 @@ from verl_like.workers.models.sequence_exchange import SequenceExchange
 from verl_like.workers.pinned_memory import to_device
 
 # Legend: B rows, R padded response length, N tokens, M scored tokens, K response tokens, scored or
-# not.
+# not; T tokens of all rows, which are more than N if rows share prompts.
 
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
 """The columns that `pack` reads."""
@@ -50,9 +50,11 @@ class Rows:
     """Where a pass of these rows keeps what its routers select, or None."""
     load: RouterLoad | None = None
     """Where it keeps the load of the experts, or None."""
+    shares_prompts: bool = False
+    """Whether rows of a pass with the same prompt compute it once, see `share_prompts`."""
 
     @classmethod
-    def of(cls, data: DataProto, filler_rows: int = 1) -> Self:
+    def of(cls, data: DataProto, filler_rows: int = 1, shares_prompts: bool = False) -> Self:
         """Makes Rows of a batch.
 
         Tokens of padding rows are not scored, so that they do not count. Raises ValueError for a
@@ -75,7 +77,7 @@ class Rows:
         if "padding" in data.meta_info:
             known = Padding.of(data).max_response_length
         response_length = known or max(1, longest)
-        return cls(columns, response_length, known, filler_rows)
+        return cls(columns, response_length, known, filler_rows, shares_prompts=shares_prompts)
 
     def __len__(self) -> int:
         return self.columns["prompts"].size(0)
@@ -168,7 +170,7 @@ class PackedBatch:
     position_ids: Tensor
     """(1, N) int64."""
     cu_seqlens: Tensor
-    """(S + 1,) int32, the start of each of the S sequences; the last entry is N."""
+    """(S + 1,) int32, the start of each of the S sequences; the last entry is N, or T."""
     sequence_lengths: list[int]
     """The S lengths, on the host."""
     scored: Tensor
@@ -188,7 +190,13 @@ class PackedBatch:
     load: RouterLoad | None = None
     """Where it keeps the load of the experts, or None."""
     counted: Tensor | None = None
-    """The tokens that count in the load, (N,) bool, or None."""
+    """How often each token counts in the load, (N,) int64, or None."""
+    token_places: Tensor | None = None
+    """(T,) int64, if rows share prompts: the packed index of each row's tokens, row by row."""
+    query_lengths: list[int] | None = None
+    """The number of the tokens of each sequence, its last ones, that no sequence before it has."""
+    cu_queries: Tensor | None = None
+    """(S + 1,) int32, where these tokens begin; the last entry is N."""
     exchange: SequenceExchange | None = None
     """The exchange of the ranks that share the batch. With it the batch has this rank's share of
     the tokens, and its m of the M scored tokens in `scored` and `labels`."""
@@ -197,7 +205,7 @@ class PackedBatch:
     num_scored: int = 0
     """M, if ranks share the batch."""
     num_tokens: int = 0
-    """The number of tokens of all ranks without filler, if ranks share the batch."""
+    """The number of tokens of all sequences without filler, if ranks share the batch."""
 
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
@@ -228,17 +236,22 @@ class PackedBatch:
         return zeros.index_copy(0, self.places, values)
 
     def of_sequences(self, values: Tensor) -> Tensor:
-        """Returns integers of all tokens of prompts and responses, (tokens, ...).
+        """Returns integers of all tokens of prompts and responses, (tokens, ...), of those of the
+        packed tokens.
 
         If ranks share the batch, it takes those of this rank's share of the tokens, and gathers
         those of the others.
         """
-        if self.exchange is None:
-            return values
-        size, rank = self.exchange.size, self.exchange.rank
-        # Communication knows no int16.
-        wide = self.exchange.gather(values.int(), rank * len(values), size * len(values))
-        return wide[: self.num_tokens].to(values.dtype)
+        if self.exchange is not None:
+            size, rank = self.exchange.size, self.exchange.rank
+            # Communication knows no int16.
+            wide = self.exchange.gather(values.int(), rank * len(values), size * len(values))
+            values = wide.to(values.dtype)
+        if self.token_places is not None:
+            values = values[self.token_places]
+        if self.exchange is not None:
+            values = values[: self.num_tokens]
+        return values
 
     def shard(self, exchange: SequenceExchange) -> "PackedBatch":
         """Returns this rank's share of the tokens, with the scored tokens among them.
@@ -263,18 +276,13 @@ class PackedBatch:
         counted = self.counted
         if counted is not None:
             counted = F.pad(counted, (0, filler))[start:end]
-        cu_seqlens = self.cu_seqlens
-        sequence_lengths = self.sequence_lengths
+        filled = self
         if filler:
-            end_of_filler = cu_seqlens[-1:] + filler
-            cu_seqlens = torch.cat([cu_seqlens, end_of_filler])
-            sequence_lengths = [*sequence_lengths, filler]
+            filled = self._with_sequence_of(filler)
         return replace(
-            self,
+            filled,
             input_ids=input_ids[:, start:end],
             position_ids=position_ids[:, start:end],
-            cu_seqlens=cu_seqlens,
-            sequence_lengths=sequence_lengths,
             scored=self.scored[first:last] - start,
             labels=self.labels[first:last],
             routed_experts=routed_experts,
@@ -282,8 +290,28 @@ class PackedBatch:
             exchange=exchange,
             scored_before=first,
             num_scored=len(self.scored),
-            num_tokens=num_tokens,
+            num_tokens=sum(self.sequence_lengths),
         )
+
+    def _with_sequence_of(self, num_tokens: int) -> "PackedBatch":
+        """Returns the batch with the bounds of one more sequence, behind the others."""
+        cu_seqlens = _with_end(self.cu_seqlens, num_tokens)
+        sequence_lengths = [*self.sequence_lengths, num_tokens]
+        longer = replace(self, cu_seqlens=cu_seqlens, sequence_lengths=sequence_lengths)
+        if self.token_places is None or self.query_lengths is None or self.cu_queries is None:
+            return longer
+        new_places = torch.arange(num_tokens) + self.input_ids.size(1)
+        return replace(
+            longer,
+            token_places=torch.cat([self.token_places, new_places]),
+            query_lengths=[*self.query_lengths, num_tokens],
+            cu_queries=_with_end(self.cu_queries, num_tokens),
+        )
+
+
+def _with_end(starts: Tensor, length: int) -> Tensor:
+    """Returns the starts of sequences and one more, which has a length."""
+    return torch.cat([starts, starts[-1:] + length])
 
 
 def pack(rows: Rows) -> PackedBatch:
@@ -320,7 +348,7 @@ def pack(rows: Rows) -> PackedBatch:
         assert torch.equal(routed_offsets, cu_seqlens), "check_routing has refused other lengths"
     counted = None
     if rows.load is not None:
-        counts_B = rows.num_scored_B > 0
+        counts_B = (rows.num_scored_B > 0).long()
         counted = torch.repeat_interleave(counts_B, lengths_B)
     return PackedBatch(
         input_ids=input_ids.unsqueeze(0),

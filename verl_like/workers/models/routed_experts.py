@@ -74,7 +74,7 @@ class Routing:
         self.replayed = replayed
         self.load = load
         self.counted: Tensor | None = None
-        """The tokens that count in the load, (N,) bool."""
+        """How often each token counts in the load, (N,) int64."""
         self.own_ids: dict[int, Tensor] = {}
         """What the router of each layer has selected itself, (N, k) int64, by the layer's
         number."""
@@ -98,7 +98,7 @@ class Routing:
         assert self.counted is not None
         counted = self.counted
         if self.replayed is not None:
-            counted = counted & (self.replayed[:, 0, 0] != OWN)
+            counted = counted * (self.replayed[:, 0, 0] != OWN)
         probabilities = logits.float().softmax(-1)
         weights = counted.float()
         self.probabilities[number] = weights @ probabilities
@@ -110,9 +110,9 @@ class Routing:
         ids = torch.stack(in_order, dim=1)
         first_of_layer = torch.arange(shape.num_layers, device=ids.device) * shape.num_experts
         places = ids + first_of_layer[:, None]
-        ones = self.counted.long()[:, None, None].expand_as(ids)
+        times = self.counted[:, None, None].expand_as(ids)
         counts = ids.new_zeros(shape.num_layers * shape.num_experts)
-        counts.scatter_add_(0, places.flatten(), ones.flatten())
+        counts.scatter_add_(0, places.flatten(), times.flatten())
         load.counts = counts.view(shape.num_layers, shape.num_experts)
         if load.with_probabilities:
             of_layers = [self.probabilities[number] for number in range(shape.num_layers)]

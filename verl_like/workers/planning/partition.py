@@ -25,6 +25,8 @@ _ROUNDS = 40
 """The largest number of rounds of exchanges."""
 _PATIENCE = 10
 """The number of rounds without a gain after which exchanges end."""
+_RUNS_OF_SHARE = 4
+"""The least number of runs of samples with the same prompt of which a rank's share is made."""
 _WIDTH = 128
 """About how many rows of a share one round considers. Of a larger share it is an even sample, which
 differs in each round."""
@@ -146,11 +148,35 @@ def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarr
     return [rows[rows < num_rows] for rows in shares]
 
 
+def runs_of_prompts(
+    prompts_S: Sequence[int] | np.ndarray, sizes_S: Sequence[int] | np.ndarray, largest: int
+) -> list[np.ndarray]:
+    """Divides samples into runs of consecutive ones with the same prompt, and returns the int64
+    numbers of the samples of each.
+
+    Args:
+        prompts_S: the prompt of each sample, as any number.
+        sizes_S: the size of each sample, in any unit.
+        largest: the largest size of a run of several samples. Longer runs are divided.
+    """
+    runs: list[list[int]] = []
+    size_of_run = 0
+    for sample, size in enumerate(sizes_S):
+        has_same_prompt = bool(runs) and prompts_S[sample] == prompts_S[sample - 1]
+        size_of_run += size
+        if not has_same_prompt or size_of_run > largest:
+            runs.append([])
+            size_of_run = size
+        runs[-1].append(sample)
+    return [np.array(run) for run in runs]
+
+
 def rank_shares(
     num_samples: int,
     num_of_step: int,
     num_ranks: int,
     work_S: Sequence[float] | np.ndarray | None = None,
+    prompts_S: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Divides the samples of each mini-batch among ranks.
 
@@ -158,6 +184,9 @@ def rank_shares(
     `num_of_step`, mini-batch i has samples i * n to (i + 1) * n - 1 of the batch, whatever the
     number of ranks. They are divided by `balance` if their work is given, and otherwise into
     consecutive parts. No rank gets more of them than the mean, rounded up.
+
+    With `prompts_S`, the prompt of each sample as a number, `balance` divides runs of samples with
+    the same prompt instead of samples, as long as they are at most a quarter of a rank's share.
     """
     no_samples = np.arange(0)
     of_ranks = [[no_samples] for _ in range(num_ranks)]
@@ -167,12 +196,29 @@ def rank_shares(
             samples = np.arange(first, end)
             shares = np.array_split(samples, num_ranks)
         else:
-            work_of_step = work_S[first:end]
-            balanced = balance(work_of_step, num_ranks)
+            work_of_step = np.asarray(work_S[first:end])
+            if prompts_S is None:
+                balanced = balance(work_of_step, num_ranks)
+            else:
+                balanced = _balanced_runs(work_of_step, prompts_S[first:end], num_ranks)
             shares = [first + share for share in balanced]
         for of_rank, share in zip(of_ranks, shares, strict=True):
             of_rank.append(share)
     return [np.concatenate(shares) for shares in of_ranks]
+
+
+def _balanced_runs(work_S: np.ndarray, prompts_S: np.ndarray, num_ranks: int) -> list[np.ndarray]:
+    """Does what `balance` does with runs of samples with the same prompt."""
+    num_samples = len(work_S)
+    largest = num_samples // (_RUNS_OF_SHARE * num_ranks)
+    runs = runs_of_prompts(prompts_S, [1] * num_samples, max(1, largest))
+    work_of_runs = [work_S[run].sum() for run in runs]
+    no_samples = np.arange(0)
+    shares = []
+    for numbers in balance(work_of_runs, num_ranks):
+        chosen = [runs[number] for number in numbers]
+        shares.append(np.concatenate([no_samples, *chosen]))
+    return shares
 
 
 def num_groups(size: int, total: int, of: str, *, key: str) -> int:

@@ -1,0 +1,102 @@
+"""Rows of a pass with the same prompt compute it once.
+
+The samples of a prompt begin with the same tokens, of which the layers compute the same. So a pass
+computes the prompt in the first of these rows, and in each of the others only the tokens after it,
+which attend to the first row's. Logits, losses and gradients are those of whole rows, up to
+rounding. (verl calls it prefix grouper.)
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_like.protocol.row_ops import jagged_parts, offsets_of, row_lengths
+from verl_like.workers.models.packing import PackedBatch, Rows
+from verl_like.workers.models.routed_experts import ROUTED_EXPERTS
+
+# Legend: B rows, T tokens of all rows, N tokens that a pass computes, M scored tokens.
+
+
+def first_rows_of_prompts(prompts: Tensor) -> Tensor:
+    """Returns the first row that has the same prompt, for each row of a jagged column, (B,)
+    int64."""
+    values, offsets = jagged_parts(prompts)
+    inner_bounds = offsets[1:-1].tolist()
+    first_of_prompt: dict[bytes, int] = {}
+    first_rows = []
+    for row, prompt in enumerate(np.split(values.numpy(), inner_bounds)):
+        first_row = first_of_prompt.setdefault(prompt.tobytes(), row)
+        first_rows.append(first_row)
+    return torch.tensor(first_rows, dtype=torch.int64)
+
+
+def num_shared_tokens(rows: Rows, first_rows_B: Tensor) -> Tensor:
+    """Returns how many tokens each row has in common with the first row of its prompt, (B,) int64.
+
+    They are those of the prompt, up to the first one whose routing is replayed and differs. First
+    rows have 0, because they compute their tokens.
+    """
+    is_first_B = first_rows_B == torch.arange(len(rows))
+    shared_B = row_lengths(rows["prompts"]).masked_fill(is_first_B, 0)
+    if ROUTED_EXPERTS not in rows:
+        return shared_B
+    ids, offsets = jagged_parts(rows[ROUTED_EXPERTS])
+    (others,) = torch.where(~is_first_B)
+    for row in others.tolist():
+        length = int(shared_B[row])
+        start = int(offsets[row])
+        start_of_first = int(offsets[first_rows_B[row]])
+        own_ids = ids[start : start + length]
+        ids_of_first = ids[start_of_first : start_of_first + length]
+        differs = (own_ids != ids_of_first).flatten(1).any(1)
+        if differs.any():
+            shared_B[row] = int(differs.nonzero()[0])
+    return shared_B
+
+
+def share_prompts(packed: PackedBatch, rows: Rows) -> PackedBatch:
+    """Removes the tokens of prompts from a packed batch that earlier rows of it have.
+
+    Args:
+        packed: what `pack` returns of the rows, with T tokens.
+        rows: the rows, of which some may have the same prompt.
+    """
+    first_rows_B = first_rows_of_prompts(rows["prompts"])
+    shared_B = num_shared_tokens(rows, first_rows_B)
+    if not shared_B.any():
+        return packed
+    lengths_B = rows.lengths_B
+    starts_B = offsets_of(lengths_B)[:-1]
+    row_of_token = torch.repeat_interleave(lengths_B)
+    position_T = packed.position_ids[0]
+    is_computed_T = position_T >= shared_B[row_of_token]
+    first_row_T = torch.where(is_computed_T, row_of_token, first_rows_B[row_of_token])
+    # Where the token that is computed in place of each token is among all, then among these.
+    place_among_all_T = starts_B[first_row_T] + position_T
+    place_T = (is_computed_T.long().cumsum(0) - 1)[place_among_all_T]
+    scored = place_T[packed.scored]
+    # Scored tokens ascend, which ranks that share a batch rely on.
+    order_M = scored.argsort(stable=True)
+    routed_experts = packed.routed_experts
+    if routed_experts is not None:
+        routed_experts = routed_experts[is_computed_T]
+    counted = packed.counted
+    if counted is not None:
+        num_computed = int(is_computed_T.sum())
+        counted = counted.new_zeros(num_computed).index_add(0, place_T, counted)
+    query_lengths_B = lengths_B - shared_B
+    return replace(
+        packed,
+        input_ids=packed.input_ids[:, is_computed_T],
+        position_ids=packed.position_ids[:, is_computed_T],
+        scored=scored[order_M],
+        labels=packed.labels[order_M],
+        places=packed.places[order_M],
+        routed_experts=routed_experts,
+        counted=counted,
+        token_places=place_T,
+        query_lengths=query_lengths_B.tolist(),
+        cu_queries=offsets_of(query_lengths_B).int(),
+    )
