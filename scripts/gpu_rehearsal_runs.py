@@ -205,7 +205,7 @@ RUNS = (
     ),
     ppo(
         "ppo_grpo_offload_hf",
-        "GRPO on one rank, hf engine, everything offloaded, dynamic micro-batches",
+        "GRPO on one rank, hf engine, everything offloaded, dynamic micro-batches, prompts once",
         "placement=colocated",
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=4",
@@ -213,6 +213,7 @@ RUNS = (
         "actor_rollout_ref.actor.fsdp_config.param_offload=true",
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
         "actor_rollout_ref.model.enable_activation_offload=true",
+        "actor_rollout_ref.actor.use_prefix_grouper=true",
         num_gpus=1,
     ),
     ppo("ppo_split_hf", "PPO split, hf engine", "actor_rollout_ref.rollout.name=hf"),

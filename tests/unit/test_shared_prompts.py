@@ -1,5 +1,7 @@
 """Rows with the same prompt compute it once: the same results as those of whole rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_workers_models import FAMILIES, by_row, reference_and_packed
@@ -18,8 +20,10 @@ from verl_like.protocol import DataProto, metric_values
 from verl_like.protocol.row_ops import jagged_from_lists, jagged_from_offsets, jagged_parts
 from verl_like.trainer.run.router_load import split_load
 from verl_like.workers.actor import ActorWorker
+from verl_like.workers.models import attention
 from verl_like.workers.models.packed_models import PolicyModel
 from verl_like.workers.models.packing import PackedBatch, Rows, pack
+from verl_like.workers.models.pretrained import compile_layers
 from verl_like.workers.models.routed_experts import OWN
 from verl_like.workers.models.shared_prompts import (
     first_rows_of_prompts,
@@ -41,10 +45,9 @@ def batch_of(prompts: list[list[int]] = PROMPTS) -> DataProto:
     data = make_batch(rows=len(prompts), seed=SEED)
     data.batch["prompts"] = jagged_from_lists(prompts, torch.int64)
     mask, offsets = jagged_parts(data.batch["response_mask"])
-    assert offsets.diff()[[1, 4]].min() > 1
     mask = mask.clone()
     mask[offsets[1]] = 0  # the first token of a row that takes its prompt from another
-    mask[offsets[4] + 1] = 0
+    mask[offsets[5] - 1] = 0
     data.batch["response_mask"] = jagged_from_offsets(mask, offsets)
     return data
 
@@ -133,6 +136,33 @@ def test_log_probs_and_gradients_of_a_family_are_those_of_whole_rows(family):
     (expected, expected_gradients), (got, gradients) = results
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     assert relative_error(gradients, expected_gradients) < 1e-5
+
+
+def test_gradients_in_bfloat16_of_a_token_that_many_rows_share_are_summed_in_float32():
+    """One by one in bfloat16, a sum of ones stays at 256."""
+    key = torch.ones(1, 2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+    places = torch.tensor([0] + [2] * 300)
+    taken = attention._at_places(key, places)
+    assert taken.shape == (1, 2, 301, 4)
+    taken.sum().backward()
+    assert [key.grad[:, :, token].unique().tolist() for token in range(3)] == [[1], [0], [300]]
+
+
+def test_a_model_that_does_not_hand_on_what_sequences_share_is_refused():
+    attend = attention.packed_attention(attention.packed_sdpa)
+    query = torch.ones(1, 1, 6, 8)
+    lengths = torch.tensor([4, 4])
+    starts = torch.tensor([0, 4, 8])
+    with pytest.raises(ValueError, match="Linear is not told which tokens sequences share"):
+        attend(
+            torch.nn.Linear(1, 1),
+            query,
+            query,
+            query,
+            None,
+            cu_seqlens=starts,
+            sequence_lengths=lengths,
+        )
 
 
 def updated(path: str, data: DataProto, shares: bool, **settings):
@@ -257,3 +287,23 @@ def test_ranks_get_the_samples_of_a_prompt_together_as_long_as_there_are_enough_
         pairs = share.reshape(-1, 2)
         assert (pairs[:, 0] % 2 == 0).all() and (pairs[:, 1] == pairs[:, 0] + 1).all()
     assert sorted(int(sample) for share in of_ranks for sample in share) == list(range(32))
+
+
+def test_compiled_layers_share_prompts_and_are_not_compiled_again_for_each_pass(monkeypatch):
+    # Graphs without a C++ compiler
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    _reference, hf = reference_and_packed(FAMILIES["qwen3"])
+    policy = PolicyModel(hf)
+    sizes = range(3, 13)
+    batches = [Rows.of(batch_of([LONG, SHORT] + [LONG] * size)) for size in sizes]
+    with torch.no_grad():
+        expected = [policy(pack(rows), 1.0)[0] for rows in batches]
+    compile_layers(hf)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    for rows, whole in zip(batches, expected, strict=True):
+        packed = share_prompts(pack(rows), rows)
+        values = packed.of_tokens(policy(packed, 1.0)[0])
+        torch.testing.assert_close(values[pack(rows).places], whole, rtol=0, atol=1e-5)
+    assert 0 < graphs["unique_graphs"] - before < len(sizes)

@@ -418,7 +418,10 @@ def _micro_batches(
         # A sample of several rows may exceed the limit. It then has a micro-batch of its own.
         if len(lengths_S) < len(rows):
             lengths_S = lengths_S.clamp(max=max_tokens)
-        runs_of_chunks = [_runs(rows, chunk, lengths_S, max_tokens) for chunk in chunks]
+        prompts_S = None
+        if rows.shares_prompts:
+            prompts_S = first_rows_of_prompts(rows["prompts"])[starts[:-1]]
+        runs_of_chunks = [_runs(chunk, lengths_S, prompts_S, max_tokens) for chunk in chunks]
         pack = partial(pack_into_micro_batches, max_tokens=max_tokens)
         lengths = []
         own_counts = []
@@ -446,16 +449,17 @@ def _micro_batches(
     return rows_of_chunks
 
 
-def _runs(rows: Rows, samples: Tensor, lengths_S: Tensor, max_tokens: int) -> list[Tensor]:
+def _runs(
+    samples: Tensor, lengths_S: Tensor, prompts_S: Tensor | None, max_tokens: int
+) -> list[Tensor]:
     """Divides samples into those that must be in the same micro-batch.
 
-    These are single ones, or runs with the same prompt if rows share prompts. A run has at most
-    `max_tokens` tokens, of which those of the prompt count for each row.
+    These are single ones, or runs with the same prompt if the prompts of all samples are given. A
+    run has at most `max_tokens` tokens, of which those of the prompt count for each row.
     """
-    if not rows.shares_prompts:
+    if prompts_S is None:
         return list(samples.split(1))
-    first_rows_B = first_rows_of_prompts(rows["prompts"])
-    prompts = first_rows_B[rows.sample_starts[samples]].tolist()
+    prompts = prompts_S[samples].tolist()
     runs = runs_of_prompts(prompts, lengths_S[samples].tolist(), max_tokens)
     return [samples[torch.from_numpy(run)] for run in runs]
 
