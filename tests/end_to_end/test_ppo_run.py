@@ -122,8 +122,9 @@ def test_a_new_role_a_reward_model_and_a_reference_on_pools_of_their_own_and_plu
         tmp_path / "here", tiny_llama, *settings, "resource_pool_spec.ref_pool=[1]", steps=1
     )
     (tmp_path / "ray").mkdir()
-    # Each role has its pool, all ranks of a pool share each sequence.
+    # Each role has its pool, all ranks of a pool share each sequence, and two samples a prompt.
     settings += ["placement=separate", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    settings += ["actor_rollout_ref.actor.use_prefix_grouper=true"]
     settings += [
         f"resource_pool_spec.{pool}_pool=[2]"
         for pool in ("actor", "rollout", "ref", "reward_model")
