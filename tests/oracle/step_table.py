@@ -192,10 +192,16 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "grpo": {
         "reward_model.use_dynamic_bsz": True,
         "reward_model.forward_max_token_len_per_gpu": 30,
+        f"{ACTOR}.use_prefix_grouper": True,  # also of the reference policy
     },
-    "corrected": {},
+    "corrected": {
+        f"{ACTOR}.use_prefix_grouper": True,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
+    },
     "bypass": {},
     "one step": {
+        f"{ACTOR}.use_prefix_grouper": True,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3,
         f"{ACTOR}.ulysses_sequence_parallel_size": 2,
         "critic.ulysses_sequence_parallel_size": 2,
     },
@@ -282,6 +288,7 @@ LAYOUT = [
     f"{ACTOR}.use_dynamic_bsz",
     f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ACTOR}.ulysses_sequence_parallel_size",
+    f"{ACTOR}.use_prefix_grouper",
     f"{FSDP}.param_offload",
     f"{FSDP}.optimizer_offload",
     f"{FSDP}.fsdp_size",
