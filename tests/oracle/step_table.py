@@ -194,10 +194,7 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
         "reward_model.forward_max_token_len_per_gpu": 30,
         f"{ACTOR}.use_prefix_grouper": True,  # also of the reference policy
     },
-    "corrected": {
-        f"{ACTOR}.use_prefix_grouper": True,
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
-    },
+    "corrected": {f"{ACTOR}.use_prefix_grouper": True, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4},
     "bypass": {},
     "one step": {
         f"{ACTOR}.use_prefix_grouper": True,

@@ -8,7 +8,9 @@ from verl_like.protocol import DataProto
 from verl_like.protocol.row_ops import jagged_from_lists
 from verl_like.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from verl_like.single_controller.local import LocalWorkerGroup
+from verl_like.trainer.config import load_ppo_config
 from verl_like.trainer.loop.balancing import RowWork
+from verl_like.trainer.ppo.row_work import work_of_rows
 from verl_like.workers.planning.flops import ModelCost
 
 # 4 FLOPs a token, one for a scored token and 2 for a pair of tokens.
@@ -31,6 +33,14 @@ class Summing(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def everything(self, batch: DataProto) -> int:
         return len(batch)
+
+
+class Reading(Worker):
+    """It reads one column alone."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=["tokens"], writes=["lengths"])
+    def lengths(self, batch: DataProto) -> DataProto:
+        raise AssertionError("the test calls nothing")
 
 
 def rows_of(lengths: list[int], **further: torch.Tensor) -> DataProto:
@@ -181,6 +191,66 @@ def test_samples_stay_whole_where_nothing_is_balanced(group: LocalWorkerGroup):
     work = RowWork.of(batch, COST, balance=False)
     on_rank = work.submit(group.ranks, batch).get().batch["rank"].tolist()
     assert on_rank[0::2] == on_rank[1::2] and sorted(set(on_rank)) == [0, 1]
+
+
+# Eight samples of four prompts, of 4 tokens each; the third sample has a second row.
+PROMPTS = [1, 1, 2, 9, 2, 3, 3, 4, 4]
+SAMPLES_OF_PROMPTS = torch.tensor([0, 1, 2, 2, 3, 4, 5, 6, 7])
+
+
+def rows_of_prompts() -> DataProto:
+    batch = rows_of([8] * 9, sample_id=SAMPLES_OF_PROMPTS)
+    rows = [[prompt] * 4 for prompt in PROMPTS]
+    batch.batch["prompts"] = jagged_from_lists(rows, torch.int64)
+    return batch
+
+
+def test_samples_of_a_prompt_come_to_the_same_rank_if_prompts_are_shared():
+    batch = rows_of_prompts()
+    work = RowWork.of(batch, COST, balance=True, shares_prompts=True)
+    assert work.prompts_S.tolist() == [0, 0, 2, 2, 5, 5, 7, 7]
+    # 8 tokens of which 4 are scored: 108, see above. A shared prompt of 4 tokens: 4 * 4 + 2 * 10
+    once = 108 - 36
+    assert work.flops_B.tolist() == [108, once, 108, 108, once, 108, once, 108, once]
+    plain = RowWork.of(batch, COST, balance=True)
+    assert plain.prompts_S is None and plain.flops_B.tolist() == [108] * 9
+
+    # Sixteen samples are enough for four pairs on each rank. Without prompts the longest rows are
+    # divided first.
+    pairs = rows_of([8, 5] * 8)
+    prompts = [[1 + row // 2] * 4 for row in range(16)]
+    pairs.batch["prompts"] = jagged_from_lists(prompts, torch.int64)
+    for shares_prompts in (True, False):
+        work = RowWork.of(pairs, COST, balance=True, shares_prompts=shares_prompts)
+        rows_of_ranks = [rows.tolist() for rows in work.shares(num_ranks=2, num_of_step=16)]
+        assert [len(rows) for rows in rows_of_ranks] == [8, 8]
+        are_pairs = [rows[1::2] == [row + 1 for row in rows[::2]] for rows in rows_of_ranks]
+        assert all(are_pairs) == shares_prompts
+
+
+def test_a_method_that_knows_no_mini_batches_is_refused_where_ranks_get_unequal_steps():
+    batch = rows_of([8] * 8)
+    group = LocalWorkerGroup(ClassWithInitArgs(Reading), world_size=2)
+    for balance, shares in ((True, False), (False, True)):
+        work = RowWork.of(batch, COST, balance=balance, shares_prompts=shares)
+        work.require_mini_batch_column(group.lengths, num_ranks=2, num_of_step=4)
+    work = RowWork.of(batch, COST, balance=True, shares_prompts=True)
+    with pytest.raises(ValueError, match="does not read the column mini_batch"):
+        work.require_mini_batch_column(group.lengths, num_ranks=2, num_of_step=4)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_configuration_says_whether_prompts_are_shared(shares: bool):
+    config = load_ppo_config(
+        [
+            "data.train_files=none",
+            "data.val_files=none",
+            "actor_rollout_ref.model.path=none",
+            f"actor_rollout_ref.actor.use_prefix_grouper={shares}",
+        ]
+    )
+    work = work_of_rows(rows_of_prompts(), COST, config)
+    assert (work.prompts_S is not None) == shares and work.balance
 
 
 def test_samples_of_one_number_stay_apart_where_balance_puts_them_side_by_side():

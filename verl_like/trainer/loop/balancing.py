@@ -13,7 +13,7 @@ from verl_like.protocol.samples import SAMPLE_COLUMN
 from verl_like.single_controller import Ordered
 from verl_like.single_controller.worker_group import BoundMethod
 from verl_like.workers.models.packing import Rows
-from verl_like.workers.models.shared_prompts import first_rows_of_prompts
+from verl_like.workers.models.shared_prompts import first_rows_of_prompts, lengths_of_shared_prompts
 from verl_like.workers.planning.flops import ModelCost
 from verl_like.workers.planning.partition import rank_shares
 
@@ -43,7 +43,8 @@ class RowWork:
     ) -> "RowWork":
         """Returns the work of a batch of jagged columns.
 
-        With `shares_prompts` the samples of a prompt come to the same rank, where that is possible.
+        With `shares_prompts` the samples of a prompt come to the same rank, as far as `rank_shares`
+        says, and only the first row of a prompt has its work.
         """
         rows = Rows.of(batch)
         lengths_B = rows.lengths_B
@@ -53,6 +54,9 @@ class RowWork:
         if shares_prompts:
             first_rows_B = first_rows_of_prompts(rows["prompts"])
             prompts_S = first_rows_B[starts[:-1]].numpy()
+            prompt_lengths_B = lengths_of_shared_prompts(rows, first_rows_B)
+            no_scored_B = torch.zeros_like(prompt_lengths_B)
+            flops_B -= cost.forward(prompt_lengths_B, no_scored_B)
         return cls(lengths_B.numpy(), flops_B.numpy(), balance, starts.numpy(), prompts_S)
 
     def submit(
@@ -97,7 +101,7 @@ class RowWork:
         is_one_step = self.num_samples <= num_of_step
         steps_are_even = num_of_step % num_ranks == 0
         steps_are_whole = self.num_samples % num_of_step == 0
-        is_divided_by_sample = self.prompts_S is None
+        is_divided_by_sample = not self.balance or self.prompts_S is None
         is_even = steps_are_even and steps_are_whole and is_divided_by_sample
         if not (reads_column or is_one_step or is_even):
             raise ValueError(

@@ -36,7 +36,7 @@ from verl_like.workers.pinned_memory import to_host
 from verl_like.workers.planning.partition import (
     MicroBatching,
     pack_into_micro_batches,
-    runs_of_prompts,
+    pack_prompts,
 )
 
 # Legend: B rows of this rank, R response length; of a micro-batch b rows, K response tokens, N
@@ -250,7 +250,7 @@ def update(
     """
     number, num_parts = part
     sequence_parallel_size = engine.sequence_parallel_size
-    stopwatch = Stopwatch(engine, rows, prefix, passes=3 * schedule.epochs)
+    stopwatch = Stopwatch(engine, rows, prefix, passes=3, epochs=schedule.epochs)
     chunks = _mini_batches(rows, schedule, sequence_parallel_size)
     check_steps(len(chunks) * schedule.epochs)
     losses = [(rows, loss)]
@@ -421,20 +421,21 @@ def _micro_batches(
         prompts_S = None
         if rows.shares_prompts:
             prompts_S = first_rows_of_prompts(rows["prompts"])[starts[:-1]]
-        runs_of_chunks = [_runs(chunk, lengths_S, prompts_S, max_tokens) for chunk in chunks]
-        pack = partial(pack_into_micro_batches, max_tokens=max_tokens)
-        lengths = []
-        own_counts = []
-        for runs in runs_of_chunks:
-            of_chunk = [int(lengths_S[run].sum()) for run in runs]
-            num_packed = len(pack(of_chunk))
-            lengths.append(of_chunk)
-            own_counts.append(max(1, num_packed))
+
+        def pack(chunk: Tensor, at_least: int = 1) -> list[Tensor]:
+            lengths = lengths_S[chunk].tolist()
+            if prompts_S is None:
+                packed = pack_into_micro_batches(lengths, max_tokens, at_least=at_least)
+            else:
+                prompts = prompts_S[chunk].tolist()
+                packed = pack_prompts(lengths, prompts, max_tokens, at_least=at_least)
+            return [chunk[places] for places in packed]
+
+        own_counts = [max(1, len(pack(chunk))) for chunk in chunks]
         counts = _most_of_any_rank(own_counts, group)
         micro_batches = []
-        for runs, of_chunk, count in zip(runs_of_chunks, lengths, counts, strict=True):
-            packed = pack(of_chunk, at_least=count)
-            passes = [torch.cat([runs[place] for place in places]) for places in packed]
+        for chunk, count in zip(chunks, counts, strict=True):
+            passes = pack(chunk, at_least=count)
             micro_batches.append(passes)
     else:
         micro_batches = [list(chunk.split(micro_batching.num_rows)) for chunk in chunks]
@@ -447,21 +448,6 @@ def _micro_batches(
         rows_of_passes = [_rows_of(samples, starts) for samples in passes]
         rows_of_chunks.append(rows_of_passes)
     return rows_of_chunks
-
-
-def _runs(
-    samples: Tensor, lengths_S: Tensor, prompts_S: Tensor | None, max_tokens: int
-) -> list[Tensor]:
-    """Divides samples into those that must be in the same micro-batch.
-
-    These are single ones, or runs with the same prompt if the prompts of all samples are given. A
-    run has at most `max_tokens` tokens, of which those of the prompt count for each row.
-    """
-    if prompts_S is None:
-        return list(samples.split(1))
-    prompts = prompts_S[samples].tolist()
-    runs = runs_of_prompts(prompts, lengths_S[samples].tolist(), max_tokens)
-    return [samples[torch.from_numpy(run)] for run in runs]
 
 
 def _rows_of(samples: Tensor, starts: Tensor) -> Tensor:

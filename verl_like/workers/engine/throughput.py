@@ -9,7 +9,6 @@ import torch
 from verl_like.protocol import PAD_COLUMN, Metric
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.models.packing import Rows
-from verl_like.workers.models.shared_prompts import first_rows_of_prompts, num_shared_tokens
 
 _DENSE_BFLOAT16_PEAKS = {
     "B200": 2250e12,
@@ -28,16 +27,20 @@ class Stopwatch:
     """Measures one pass over `rows`, from the construction of the Stopwatch to `metrics`.
 
     `phase` names the pass in the metrics. Its cost is `passes` forward passes: 1 for inference and
-    3 for each epoch of training, because a backward pass costs two. Padding does not count, nor do
-    recomputed layers and the optimizer. The head counts for response tokens alone, and attention
-    within a sequence alone. If rows share prompts, a prompt costs once, and its tokens are those of
-    all rows.
+    3 for training, because a backward pass costs two; times the number of epochs. Padding does not
+    count, nor do recomputed layers and the optimizer. The head counts for response tokens alone,
+    and attention within a sequence alone. Tokens of a prompt count for each row that has it, and
+    their FLOPs for each row that computes it.
     """
 
-    def __init__(self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int) -> None:
+    def __init__(
+        self, engine: TrainingEngine, rows: Rows, phase: str, *, passes: int, epochs: int = 1
+    ) -> None:
         self.engine = engine
         self.phase = phase
         self.passes = passes
+        self.epochs = epochs
+        self.saved_before = engine.saved_flops
         self.tokens = 0
         self.flops = 0.0
         self.count(rows)
@@ -47,18 +50,13 @@ class Stopwatch:
         """Adds rows to what the pass computes: those it begins with, and those of a loss that is
         trained beside."""
         tokens_B = rows.lengths_B
-        cost = self.engine.cost
-        flops_B = cost.forward(tokens_B, rows.num_scored_B)
-        if rows.shares_prompts:
-            first_rows_B = first_rows_of_prompts(rows["prompts"])
-            shared_B = num_shared_tokens(rows, first_rows_B)
-            flops_B -= cost.forward(shared_B, torch.zeros_like(shared_B))
+        flops_B = self.engine.cost.forward(tokens_B, rows.num_scored_B)
         if PAD_COLUMN in rows:
             is_real_B = ~rows[PAD_COLUMN]
             tokens_B = tokens_B[is_real_B]
             flops_B = flops_B[is_real_B]
         self.tokens += int(tokens_B.sum())
-        self.flops += self.passes * float(flops_B.sum())
+        self.flops += self.passes * self.epochs * float(flops_B.sum())
 
     def metrics(self, num_parts: int = 1) -> dict[str, Metric]:
         """Ends the measurement, and returns `perf/tokens_per_s/<phase>` and `perf/mfu/<phase>`.
@@ -72,7 +70,8 @@ class Stopwatch:
         peak_of_rank = peak_flops(engine.device, engine.dtype)
         peak = peak_of_rank * engine.sequence_parallel_size
         speed = self.tokens / seconds / num_parts
-        utilization = self.flops / (seconds * peak)
+        num_saved = self.passes * (engine.saved_flops - self.saved_before)
+        utilization = (self.flops - num_saved) / (seconds * peak)
         return {
             f"perf/tokens_per_s/{self.phase}": Metric.sum(speed),
             f"perf/mfu/{self.phase}": Metric.mean(utilization, weight=seconds),

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl_like.workers.models.sequence_exchange import SequenceExchange
+from verl_like.workers.models.shared_prompts import rows_at
 
 # Legend: N tokens of all packed sequences together, H query heads, G key/value heads, D head size,
 # L one sequence, Q its queries; T tokens of all sequences, if some of them share tokens.
@@ -227,32 +227,10 @@ def packed_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     return attend
 
 
-class _AtPlaces(torch.autograd.Function):
-    """Takes the rows (T, ...) of a tensor (N, ...) at some places (T,).
-
-    The gradient of a row that is taken several times is summed in float32, in the same order each
-    time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = rows.shape
-        return rows.index_select(0, places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        total = gradient.new_zeros(ctx.shape, dtype=torch.float32)
-        total.index_put_((places,), gradient.float(), accumulate=True)
-        return total.to(gradient.dtype), None
-
-
 def _at_places(packed: Tensor, places: Tensor) -> Tensor:
     """Returns the heads of the tokens at some places, (1, G, T, D), of those of all tokens,
     (1, G, N, D)."""
-    by_token = _AtPlaces.apply(packed[0].transpose(0, 1), places)
+    by_token = rows_at(packed[0].transpose(0, 1), places)
     return by_token.transpose(0, 1).unsqueeze(0)
 
 

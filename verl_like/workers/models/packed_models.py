@@ -16,6 +16,7 @@ from transformers import (
 from verl_like.workers.models.linear_log_prob import linear_log_prob
 from verl_like.workers.models.packing import PackedBatch
 from verl_like.workers.models.routed_experts import SWITCH_OFF, RouterShape, Routing
+from verl_like.workers.models.shared_prompts import rows_at
 
 # Legend: N tokens of the packed batch, M scored tokens, S sequences, D hidden size.
 
@@ -89,7 +90,10 @@ class PackedModel(nn.Module):
 
     def scored_states(self, packed: PackedBatch) -> Tensor:
         """Returns the `hidden_states` that predict the scored tokens, (M, D)."""
-        return self.hidden_states(packed)[packed.scored]
+        hidden = self.hidden_states(packed)
+        if packed.token_places is None:
+            return hidden[packed.scored]
+        return rows_at(hidden, packed.scored)
 
 
 class PolicyModel(PackedModel):

@@ -6,11 +6,13 @@ which attend to the first row's. Logits, losses and gradients are those of whole
 rounding. (verl calls it prefix grouper.)
 """
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from verl_like.protocol.row_ops import jagged_parts, offsets_of, row_lengths
 from verl_like.workers.models.packing import PackedBatch, Rows
@@ -23,13 +25,21 @@ def first_rows_of_prompts(prompts: Tensor) -> Tensor:
     """Returns the first row that has the same prompt, for each row of a jagged column, (B,)
     int64."""
     values, offsets = jagged_parts(prompts)
-    inner_bounds = offsets[1:-1].tolist()
+    tokens = values.numpy()
     first_of_prompt: dict[bytes, int] = {}
     first_rows = []
-    for row, prompt in enumerate(np.split(values.numpy(), inner_bounds)):
-        first_row = first_of_prompt.setdefault(prompt.tobytes(), row)
+    for row, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        prompt = tokens[start:end].tobytes()
+        first_row = first_of_prompt.setdefault(prompt, row)
         first_rows.append(first_row)
     return torch.tensor(first_rows, dtype=torch.int64)
+
+
+def lengths_of_shared_prompts(rows: Rows, first_rows_B: Tensor) -> Tensor:
+    """Returns the number of tokens of each row's prompt, or 0 for the first row that has it, (B,)
+    int64."""
+    is_first_B = first_rows_B == torch.arange(len(rows))
+    return row_lengths(rows["prompts"]).masked_fill(is_first_B, 0)
 
 
 def num_shared_tokens(rows: Rows, first_rows_B: Tensor) -> Tensor:
@@ -38,12 +48,11 @@ def num_shared_tokens(rows: Rows, first_rows_B: Tensor) -> Tensor:
     They are those of the prompt, up to the first one whose routing is replayed and differs. First
     rows have 0, because they compute their tokens.
     """
-    is_first_B = first_rows_B == torch.arange(len(rows))
-    shared_B = row_lengths(rows["prompts"]).masked_fill(is_first_B, 0)
+    shared_B = lengths_of_shared_prompts(rows, first_rows_B)
     if ROUTED_EXPERTS not in rows:
         return shared_B
     ids, offsets = jagged_parts(rows[ROUTED_EXPERTS])
-    (others,) = torch.where(~is_first_B)
+    (others,) = torch.where(shared_B > 0)
     for row in others.tolist():
         length = int(shared_B[row])
         start = int(offsets[row])
@@ -100,3 +109,33 @@ def share_prompts(packed: PackedBatch, rows: Rows) -> PackedBatch:
         query_lengths=query_lengths_B.tolist(),
         cu_queries=offsets_of(query_lengths_B).int(),
     )
+
+
+def rows_at(values: Tensor, places: Tensor) -> Tensor:
+    """Returns the entries (T, ...) at some places (T,) of values (N, ...).
+
+    The gradient of an entry that is taken several times is summed in float32, and in the same order
+    each time.
+    """
+    return _RowsAt.apply(values, places)
+
+
+class _RowsAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = values.shape
+        return values.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        total = gradient.new_zeros(ctx.shape, dtype=torch.float32)
+        parts = gradient.float()
+        # Each of the two is in a fixed order on one kind of device alone.
+        if gradient.device.type == "cpu":
+            total.index_add_(0, places, parts)
+        else:
+            total.index_put_((places,), parts, accumulate=True)
+        return total.to(gradient.dtype), None

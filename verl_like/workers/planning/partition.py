@@ -26,7 +26,7 @@ _ROUNDS = 40
 _PATIENCE = 10
 """The number of rounds without a gain after which exchanges end."""
 _RUNS_OF_SHARE = 4
-"""The least number of runs of samples with the same prompt of which a rank's share is made."""
+"""About how many runs of samples with the same prompt a rank's share consists of at least."""
 _WIDTH = 128
 """About how many rows of a share one round considers. Of a larger share it is an even sample, which
 differs in each round."""
@@ -81,13 +81,7 @@ def pack_into_micro_batches(
         at_least: the least number of micro-batches to make, if there are as many rows. Ranks that
             compute together give the largest number that any of them needs.
     """
-    longest = max(lengths, default=0)
-    if longest > max_tokens:
-        raise ValueError(
-            f"row {lengths.index(longest)} has {longest} tokens, more than the {max_tokens} of a "
-            "micro-batch; raise the *_max_token_len_per_gpu of this pass to at least the longest "
-            "sequence."
-        )
+    _require_room(lengths, max_tokens)
 
     def num_tokens(micro_batch: list[int]) -> int:
         return sum(lengths[row] for row in micro_batch)
@@ -109,6 +103,43 @@ def pack_into_micro_batches(
         half = [largest.pop() for _ in range(num_moved)]
         micro_batches.append(half)
     return sorted(micro_batches, key=num_tokens, reverse=True)
+
+
+def pack_prompts(
+    lengths: Sequence[int], prompts: Sequence[int], max_tokens: int, *, at_least: int = 1
+) -> list[list[int]]:
+    """Does what `pack_into_micro_batches` does with runs of rows that have the same prompt.
+
+    Rows of a run are in the same micro-batch. Tokens of a prompt count for each row, so a run that
+    is longer than a micro-batch is divided.
+
+    Args:
+        lengths: (B,) the number of tokens of each row, all positive.
+        prompts: (B,) the prompt of each row, as any number.
+        max_tokens: the largest number of tokens of a micro-batch.
+        at_least: the least number of micro-batches to make, if there are as many runs.
+    """
+    _require_room(lengths, max_tokens)
+    runs = runs_of_prompts(prompts, lengths, max_tokens)
+    lengths_of_runs = [sum(lengths[row] for row in run) for run in runs]
+    micro_batches = []
+    for numbers in pack_into_micro_batches(lengths_of_runs, max_tokens, at_least=at_least):
+        rows = []
+        for number in numbers:
+            rows += runs[number].tolist()
+        micro_batches.append(rows)
+    return micro_batches
+
+
+def _require_room(lengths: Sequence[int], max_tokens: int) -> None:
+    """Raises ValueError if a row is longer than a micro-batch."""
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ValueError(
+            f"row {lengths.index(longest)} has {longest} tokens, more than the {max_tokens} of a "
+            "micro-batch; raise the *_max_token_len_per_gpu of this pass to at least the longest "
+            "sequence."
+        )
 
 
 def balance(work: Sequence[float] | np.ndarray, num_parts: int) -> list[np.ndarray]:
@@ -186,7 +217,8 @@ def rank_shares(
     consecutive parts. No rank gets more of them than the mean, rounded up.
 
     With `prompts_S`, the prompt of each sample as a number, `balance` divides runs of samples with
-    the same prompt instead of samples, as long as they are at most a quarter of a rank's share.
+    the same prompt instead of samples. No rank gets more runs than their mean, rounded up. A run
+    has at most a quarter of the mean number of samples of a rank, so that work can be about equal.
     """
     no_samples = np.arange(0)
     of_ranks = [[no_samples] for _ in range(num_ranks)]
