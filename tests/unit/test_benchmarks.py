@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness import ROOT, Side
 from benchmarks.sides import examples_world
-from benchmarks.sides.grpo_world import lengths_of_step
+from benchmarks.sides.grpo_world import STEPS_PER_LAW, lengths_of_step
 from benchmarks.table import BEGIN, END, with_results
 
 RESULT = {
@@ -85,8 +85,8 @@ def test_a_page_without_markers_is_refused():
 
 
 def test_forced_lengths_are_first_full_and_then_long_tailed_in_another_order_each_step():
-    assert set(lengths_of_step(0)) == {128}
-    first, second = (lengths_of_step(step) for step in (6, 7))
+    assert set(lengths_of_step(0)) == set(lengths_of_step(STEPS_PER_LAW - 1)) == {128}
+    first, second = (lengths_of_step(STEPS_PER_LAW + step) for step in (0, 1))
     assert max(first) == 128 and sum(first) / 64 == pytest.approx(32, abs=0.5)
     assert first != second and sorted(first) == sorted(second)
 
