@@ -307,15 +307,20 @@ def test_samples_of_a_prompt_are_in_the_same_micro_batch_of_their_step(tmp_path,
 
 def test_prompts_take_the_flops_of_the_rows_that_compute_them(tmp_path):
     """MFU by tokens a second, which is FLOPs by tokens and peak: with all rows in a pass a prompt
-    costs once, with one row in a pass as often as it occurs."""
-    path = write_model(tmp_path)
+    costs once, with one row in a pass as often as it occurs.
+
+    The loss that balances experts counts their load by a first pass over several micro-batches,
+    which is no part of the update's FLOPs.
+    """
+    path = write_experts(tmp_path, "mixtral")
     data = batch_of()
     rows = Rows.of(data)
     padded = torch.tensor([False] * 6 + [True])
     data.batch["is_pad"] = padded
     peak = peak_flops("cpu", "float32")
-    for micro, shared in ((7, SHARED), (1, [0] * 7)):
-        config = policy_config(path, micro=micro, use_prefix_grouper=True, ppo_epochs=2)
+    for micro, shared in ((7, SHARED), (4, [0, 4, 0, 0, 0, 0, 4]), (1, [0] * 7)):
+        settings = {"router_aux_loss_coef": 0.5, "use_prefix_grouper": True, "ppo_epochs": 2}
+        config = policy_config(path, micro=micro, **settings)
         group = local_group(ActorWorker, config)
         cost = group.workers[0].engine.cost
         flops_B = cost.forward(rows.lengths_B, rows.num_scored_B)

@@ -149,7 +149,12 @@ class ModelWorker(Extensible, Worker):
         """
         rows = self.rows_of(data)
         stopwatch = Stopwatch(self.engine, rows, phase, passes=1)
-        values = forward(self.engine, rows, micro_batching, compute)
+
+        def measured(micro: MicroBatch) -> tuple[Tensor, ...]:
+            stopwatch.leave_out_shared(micro.on_host)
+            return compute(micro)
+
+        values = forward(self.engine, rows, micro_batching, measured)
         tensors = dict(zip(columns, values, strict=True))
         metrics = stopwatch.metrics()
         return DataProto.from_dict(tensors=tensors, meta_info={"metrics": metrics})

@@ -90,8 +90,8 @@ class ActorConfig(OpenConfigModel):
     """Ranks that share every sequence (arXiv:2309.14509), for sequences too long for one; a token
     limit counts for each of them. It divides the pool's size. The reference policy follows."""
     use_prefix_grouper: bool = False
-    """Compute a prompt once for all its responses in a pass: the same loss up to rounding, and
-    faster where prompts are long beside responses. The reference policy and the teacher follow."""
+    """Compute a prompt once for all its responses in a micro-batch: the same loss up to rounding,
+    and faster where prompts are long. The reference policy and the teacher follow."""
     clip_ratio: NonNegativeFloat = 0.2
     """Clip range of the probability ratio: [1 - clip_ratio, 1 + clip_ratio]."""
     clip_ratio_low: Annotated[NonNegativeFloat, Follows("${actor_rollout_ref.actor.clip_ratio}")]

@@ -30,8 +30,6 @@ class TrainingEngine(Protocol):
     """The number of ranks that have the same rows and share their tokens."""
     cost: ModelCost
     """The FLOPs of a forward pass."""
-    saved_flops: float
-    """The FLOPs of forward passes that `pack` has saved so far, because rows share prompts."""
     training_steps: int
     """The number of training steps done, on which the learning rate depends."""
 

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedTokenizerBase
 
-from verl_like.protocol import PAD_COLUMN
 from verl_like.workers.config.engine import ForwardFsdpConfig, TrainedFsdpConfig
 from verl_like.workers.config.models import ModelConfig, TrainedModelConfig
 from verl_like.workers.config.roles import ActorConfig, CriticConfig
@@ -119,7 +118,6 @@ class FsdpEngine(TrainingEngine):
             self.exchange = SequenceExchange(self.meshes.batch["sequence"])
         has_head = hf.get_output_embeddings() is not None
         self.cost = ModelCost.of(hf.config, with_head=has_head)
-        self.saved_flops = 0.0
         if isinstance(config, TrainedModelConfig):
             if training and config.enable_activation_offload and device == "cuda":
                 self.model.saving = ActivationOffload()
@@ -290,18 +288,9 @@ class FsdpEngine(TrainingEngine):
         packed = pack(rows)
         if rows.shares_prompts:
             packed = share_prompts(packed, rows)
-            self.saved_flops += self._flops_of_shared_tokens(packed, rows)
         if self.exchange is not None:
             packed = packed.shard(self.exchange)
         return packed.on(self.device)
-
-    def _flops_of_shared_tokens(self, packed: PackedBatch, rows: Rows) -> float:
-        """Returns the FLOPs of the tokens that rows take from other rows, in a forward pass."""
-        shared_B = packed.num_shared_B
-        if PAD_COLUMN in rows:
-            shared_B = shared_B * ~rows[PAD_COLUMN]
-        no_scored_B = torch.zeros_like(shared_B)
-        return float(self.cost.forward(shared_B, no_scored_B).sum())
 
     def run(self, packed: PackedBatch, *inputs: Any) -> Any:
         return self.model(packed, *inputs)

@@ -282,6 +282,7 @@ def update(
             unread = []
             for number_of_pass, (all_rows, loss, mini_batch, at) in enumerate(passes, start=1):
                 micro = MicroBatch(all_rows.take(at), engine.device)
+                stopwatch.leave_out_shared(micro.on_host)
                 micro_loss, micro_metrics = loss(micro, mini_batch)
                 engine.backward(micro_loss, is_last=number_of_pass == len(passes))
                 unread.append(micro_metrics)

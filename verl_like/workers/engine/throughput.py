@@ -9,6 +9,7 @@ import torch
 from verl_like.protocol import PAD_COLUMN, Metric
 from verl_like.workers.engine.base import TrainingEngine
 from verl_like.workers.models.packing import Rows
+from verl_like.workers.models.shared_prompts import first_rows_of_prompts, num_shared_tokens
 
 _DENSE_BFLOAT16_PEAKS = {
     "B200": 2250e12,
@@ -29,8 +30,8 @@ class Stopwatch:
     `phase` names the pass in the metrics. Its cost is `passes` forward passes: 1 for inference and
     3 for training, because a backward pass costs two; times the number of epochs. Padding does not
     count, nor do recomputed layers and the optimizer. The head counts for response tokens alone,
-    and attention within a sequence alone. Tokens of a prompt count for each row that has it, and
-    their FLOPs for each row that computes it.
+    and attention within a sequence alone. If rows share prompts, `leave_out_shared` takes each
+    micro-batch; tokens of a prompt still count for each row that has it.
     """
 
     def __init__(
@@ -40,7 +41,6 @@ class Stopwatch:
         self.phase = phase
         self.passes = passes
         self.epochs = epochs
-        self.saved_before = engine.saved_flops
         self.tokens = 0
         self.flops = 0.0
         self.count(rows)
@@ -58,6 +58,18 @@ class Stopwatch:
         self.tokens += int(tokens_B.sum())
         self.flops += self.passes * self.epochs * float(flops_B.sum())
 
+    def leave_out_shared(self, rows: Rows) -> None:
+        """Takes off the FLOPs of tokens that rows of a micro-batch share with other rows of it."""
+        if not rows.shares_prompts:
+            return
+        first_rows_B = first_rows_of_prompts(rows["prompts"])
+        shared_B = num_shared_tokens(rows, first_rows_B)
+        no_scored_B = torch.zeros_like(shared_B)
+        flops_B = self.engine.cost.forward(shared_B, no_scored_B)
+        if PAD_COLUMN in rows:
+            flops_B = flops_B[~rows[PAD_COLUMN]]
+        self.flops -= self.passes * float(flops_B.sum())
+
     def metrics(self, num_parts: int = 1) -> dict[str, Metric]:
         """Ends the measurement, and returns `perf/tokens_per_s/<phase>` and `perf/mfu/<phase>`.
 
@@ -70,8 +82,7 @@ class Stopwatch:
         peak_of_rank = peak_flops(engine.device, engine.dtype)
         peak = peak_of_rank * engine.sequence_parallel_size
         speed = self.tokens / seconds / num_parts
-        num_saved = self.passes * (engine.saved_flops - self.saved_before)
-        utilization = (self.flops - num_saved) / (seconds * peak)
+        utilization = self.flops / (seconds * peak)
         return {
             f"perf/tokens_per_s/{self.phase}": Metric.sum(speed),
             f"perf/mfu/{self.phase}": Metric.mean(utilization, weight=seconds),

@@ -207,14 +207,6 @@ class PackedBatch:
     num_tokens: int = 0
     """The number of tokens of all sequences without filler, if ranks share the batch."""
 
-    @property
-    def num_shared_B(self) -> Tensor:
-        """The number of tokens that each row takes from a row before it, (B,) int64."""
-        lengths = torch.tensor(self.sequence_lengths)
-        if self.query_lengths is None:
-            return torch.zeros_like(lengths)
-        return lengths - torch.tensor(self.query_lengths)
-
     def on(self, device: str) -> "PackedBatch":
         """Returns the batch with its tensors on a device."""
         tensors = {}
